@@ -180,9 +180,7 @@ def bytes_in_a_second(stored: StoredNeurons, neurons_per_read: int, *, reads: in
     for number, layer in enumerate(stored.layers):
         places = layer.neurons // neurons_per_read // 2 * 2
         chosen = generator.permutation(places // 2)[: reads // len(stored.layers)]
-        first = (
-            np.sort(2 * chosen + generator.integers(0, 2)) * together
-        )  # no two are neighbors, which would be one read
+        first = np.sort(2 * chosen) * neurons_per_read  # no two are neighbors, which would be one read
         neurons = (first[:, None] + np.arange(neurons_per_read)).ravel()
         reader.read(number, neurons, np.empty((len(neurons), layer.numbers), dtype=np.uint32))
     found = float(sum(reader.bytes_read) / reader.seconds)
