@@ -232,7 +232,8 @@ def load(
             needed (docs/tutorials/memory.md). None for all in memory.
         neuron_predictor: folder of a predictor that `pippin train neuron-predictor` wrote for this model: with
             ``memory``, it says which neurons of layers with ReLU fire, so that all their weights may stay in storage;
-            what it misses counts as zero. None keeps the matrix in memory whose sign decides.
+            what it misses counts as zero. It is not used where all fits. None keeps the matrix in memory whose sign
+            decides.
         transform: maps the config in the checkpoint to the config of the decoder to build, such as
             `pippin.language.methods.kv_routing.fewer_caches`. It is called before weights are read; tensors that the
             new decoder does not use are not read.

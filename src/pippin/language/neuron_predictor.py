@@ -104,11 +104,11 @@ class NeuronPredictor(nn.Module):
         """
         wanted = (layers[0].width if layers else 0, tuple(layer.neurons for layer in layers))
         if wanted != (self.config.width, self.config.neurons):
-            neurons = f"{len(layers)} layers with neurons that can stay in storage" if layers else "no such neurons"
-            raise InvalidArgument(
-                f"the predictor is for {len(self.config.neurons)} layers of {max(self.config.neurons)} neurons and "
-                f"width {self.config.width}, and the model has {neurons}{why}"
+            own = (
+                f"{len(self.config.neurons)} layers of {max(self.config.neurons)} neurons and width {self.config.width}"
             )
+            of = f"{len(layers)} of {max(wanted[1])} and width {wanted[0]}{why}" if layers else f"no such neurons{why}"
+            raise InvalidArgument(f"the predictor is for {own}, and the model has {of}")
 
     @property
     def nbytes(self) -> int:

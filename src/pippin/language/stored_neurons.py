@@ -65,7 +65,7 @@ class NeuronLayer:
 
     @property
     def numbers(self) -> int:
-        """Numbers of a bundle."""
+        """Elements of a bundle."""
         return len(self.parts) * self.width
 
     @property

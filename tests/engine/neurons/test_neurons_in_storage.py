@@ -36,6 +36,7 @@ from pippin.nn.attention.attention import AttentionSpec
 from pippin.nn.feedforward.feedforward import FeedForward, FeedForwardSpec
 from pippin.nn.quantization.packed import AbsentWeight
 
+WIDTH, INNER = 128, 768  # of the models here
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
 
 CHILD = """
@@ -177,6 +178,12 @@ def test_a_predictor_that_does_not_fit_is_refused(folder, small, least_of, tiny,
         ModelOptions(neuron_predictor=predictor)
     with pytest.raises(ModelNotFound):
         pippin.load(folder, device="cpu", memory=1, neuron_predictor=tmp_path / "none")
+    other = NeuronPredictor(NeuronPredictorConfig(WIDTH, (INNER, INNER + 1), 2, "another"))
+    other.save(tmp_path / "other")
+    with pytest.raises(
+        InvalidArgument, match=f"2 layers of {INNER + 1} .*the model has 2 of {INNER} and width {WIDTH}"
+    ):
+        pippin.load(folder, device="cpu", memory=1, neuron_predictor=tmp_path / "other")
     tiny.save(tmp_path / "tiny")
     with pytest.raises(InvalidArgument, match=r"no such neurons; it has no experts, and none of its neurons"):
         pippin.load(tmp_path / "tiny", device="cpu", memory=1, neuron_predictor=predictor)
