@@ -153,3 +153,12 @@ async def test_a_mixture_that_does_not_fit_keeps_its_experts_in_its_file(save_mi
     with pytest.raises(NotEnoughMemory, match="all models together may take"):
         await service.pool.acquire("mixture")
     service.close()
+
+
+def test_a_predictor_of_neurons_comes_with_a_budget_of_memory(folder, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr("pippin.language.language_model.load", lambda path, **options: given.append(options))
+    settings = ServerSettings(models=(str(folder),), memory=10**9, neuron_predictor=tmp_path / "predictor")
+    for memory in (None, 10**8):
+        model_loading.read_model(settings, str(folder), memory=memory)
+    assert [options["neuron_predictor"] for options in given] == [None, tmp_path / "predictor"]
